@@ -150,8 +150,9 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
-def test_the_code_in_the_documents_runs(document: Path) -> None:
+def test_the_code_in_the_documents_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks marked ```python run in order in one namespace, as one rank; asserts in them are checked."""
+    monkeypatch.chdir(tmp_path)  # for what they save
     namespace: dict[str, Any] = {"torch": torch}
     for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
         exec(compile(block, document.name, "exec"), namespace)

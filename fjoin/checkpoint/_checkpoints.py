@@ -117,6 +117,8 @@ class Checkpoints:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._on_signal is not None:
             self._on_signal.uninstall()
+        for asks in self._source.requests:
+            asks.forget()
         if error is None:
             self.wait()
             # Without a name of the run nothing has been saved or restored.
@@ -177,14 +179,16 @@ class Checkpoints:
         manifest = Manifest(self._run, uuid.uuid4().hex, number, "", axes, spec, extra=found.extra[0])
         manifest.library = {"torch": str(torch.__version__), "python": platform.python_version()}
         self._saving = Save(self._folder, name, self._mesh, manifest, self._keep, found, plan, self._background)
-        if self._background:
+        stops = self._requests is not None and self._requests.stop_due
+        if self._background and not stops:
             self._saving.warn()
         else:
             self.wait()
         self._saved()
-        # Another step than the first may be the one that the loop listens to.
-        if self._requests is not None and self._requests.stop_due:
-            for asks in self._source.requests[1:]:
+        for asks in self._source.requests:
+            asks.over |= self._source.requests[0].signalled
+            # Another step than the first may be the one that the loop listens to.
+            if stops and asks is not self._requests:
                 asks.ask_stop()
         return self._folder.step_path(number)
 

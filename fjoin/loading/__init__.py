@@ -1,5 +1,11 @@
 """Loaders: exact positions, shuffled samples, guards."""
 
 from ._guards import LookAhead as LookAhead
-from ._position import END as END, JoinedLoop as JoinedLoop, Position as Position, check_position as check_position
+from ._position import (
+    END as END,
+    JoinedLoop as JoinedLoop,
+    Position as Position,
+    Terminated as Terminated,
+    check_position as check_position,
+)
 from ._shuffled import Shuffled as Shuffled

@@ -287,6 +287,10 @@ class Position(Generic[B]):
         self.epoch, self.batches, self.steps = state["epoch"], state["batches"], state["steps"]
 
 
+class Terminated(SystemExit):
+    """A signal has ended the run; all ranks raise it at the same place."""
+
+
 class JoinedLoop(Generic[B]):
     """A loop that ends on all ranks together. Each `for` loop over it is an epoch.
 
@@ -322,7 +326,7 @@ class JoinedLoop(Generic[B]):
                 f"loop: batches = {self._name}(loader), and batches.stop() in its body; or leave it on all ranks after the same step"
             )
             raise
-        except (EarlyTermination, NonFinite):  # all ranks raise these at the same place
+        except (EarlyTermination, NonFinite, Terminated):  # all ranks raise these at the same place
             raise
         except BaseException as error:
             self._fail(error)

@@ -35,6 +35,8 @@ class Requests:
         saves_due: The number of times that a record which all ranks have read asked to save.
         stop_due: Whether such a record asked to stop; `begin` resets it.
         in_loop: Whether a loop runs.
+        signalled: Whether a request to stop by this rank's `ask_stop` has travelled.
+        over: Whether the ranks have saved since, so that no other loop of the run begins.
 
     Args:
         ranks: The number of ranks whose records are summed.
@@ -44,6 +46,7 @@ class Requests:
         self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()
         self.saves_due, self.stop_due, self.in_loop = 0, False, False
+        self.signalled, self.over = False, False
 
     def ask_save(self) -> None:
         """Ask all ranks to save after one of the next steps. A signal handler may call it."""
@@ -71,11 +74,17 @@ class Requests:
         self._asked.discard("loop")
         self.in_loop = False
 
+    def forget(self) -> None:
+        """Withdraw what signals asked: the run is over, and another one may begin."""
+        self._asked -= {"save", "stop"}
+        self.signalled, self.over = False, False
+
     def write(self, has_next: bool) -> float:
         """The scalar `has_next` of this rank's next record, with the requests that have not travelled yet."""
         if not self._asked:
             return float(has_next)
         asked, self._asked = self._asked, set()
+        self.signalled |= "stop" in asked
         return has_next + self._digit * ("save" in asked) + self._digit**2 * bool(asked & {"stop", "loop"})
 
     def note(self, *sums: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -10,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .._errors import DesyncError, JoinError, NoBatch
-from ..loading import END, JoinedLoop, LookAhead
+from ..loading import END, JoinedLoop, LookAhead, Terminated
 from ..records import Record, Requests, compare
 from ._passes import Iteration
 from ._run import Run
@@ -79,15 +81,21 @@ class InLoop:
 
         Raises:
             DesyncError: a rank has other settings of `join`.
+            Terminated: a signal has ended the run. A loop over epochs would otherwise begin the next one, and lose the
+                rest of this.
         """
         settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
         own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
         self.compare(f"step.join({order or 'loader'}, {settings})")
         device = self.device or torch.device("cpu")
         record = Record(self._run.mesh, self._run.axes, ("batches", "settings"), small=True, device=device)
-        sums = record.send({"batches": float(has_batch), "settings": own}).wait()
+        over = (self.ranks + 1) * self.requests.over  # another digit, as in `Requests`
+        sums = record.send({"batches": float(has_batch + over), "settings": own}).wait()
         if sums["settings"] != own * self.ranks:
             raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
+        if sums["batches"] > self.ranks:
+            logging.getLogger("fjoin").warning("a signal has ended this run, which is saved: no other loop begins")
+            raise Terminated(128 + signal.SIGTERM)
         return sums["batches"]
 
     def called(self, iteration: Iteration) -> None:

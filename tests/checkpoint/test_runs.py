@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import fjoin
 from fjoin import transforms as tx
@@ -42,6 +43,40 @@ def test_a_signal_on_one_rank_saves_and_stops_all(pool: Any, tmp_path: Path) -> 
     (a, *rest), (b, *other) = pool.run(2, until_signalled, str(tmp_path))
     assert 5 < a == b <= 8 and rest == other == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{a:08d}"] and not verify(tmp_path)
+
+
+def over_epochs(folder: str, signalled_in: int, background: bool) -> Any:
+    """Rank 1 gets a SIGTERM in a step, or behind an epoch. The script is started three times in all."""
+    step, codes = make_step(), []
+    samples = [torch.full((6,), float(i)) for i in range(10)]
+    for attempt in range(3):
+        loop = step.join(DataLoader(samples, batch_sampler=fjoin.Shuffled(10, 2)))  # of each rank one sample in a step
+        runs = fjoin.Checkpoints(folder, step, every=100, background=background)
+        try:
+            with runs:
+                state = runs.restore(START, data=loop)
+                for _ in range(loop.epoch, 4):
+                    for batch in loop:
+                        state, metrics = step(state, batch)
+                        runs.save(state, metrics, data=loop)
+                        if not attempt and dist.get_rank() == 1 and state.step == signalled_in:
+                            signal.raise_signal(signal.SIGTERM)
+                if attempt == 1:
+                    runs.save(state, data=loop)
+        except SystemExit as error:
+            codes.append(error.code)
+    return codes, state.step, state.params["w"].tolist()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("signalled_in", [7, 10])
+def test_no_epoch_begins_after_a_signal(pool: Any, tmp_path: Path, signalled_in: int, background: bool) -> None:
+    """A loop over epochs ends the program there, and loses no step of the epoch; the next start goes on."""
+    found, other = pool.run(2, over_epochs, str(tmp_path), signalled_in, background)
+    codes, steps, w = found
+    assert codes == [143] and steps == 20 and found == other
+    expected = START["w"] - 0.1 * 4 * sum(range(10)) / 2
+    assert torch.allclose(torch.tensor(w), expected, atol=1e-5)
 
 
 def by_the_clock(folder: str) -> Any:

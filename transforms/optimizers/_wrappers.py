@@ -53,7 +53,7 @@ def frozen() -> Optimizer:
 class InjectState(NamedTuple):
     inner: Any  # the other optimizer's state
     hyperparameters: dict[str, Tensor]  # name -> value, 0-d float64; `with_hyperparameters` changes it
-    scheduled: dict[str, Tensor]  # name -> value in the next step, 0-d float64, for hyperparameters with a schedule
+    scheduled: dict[str, Tensor]  # name -> value in the last step, 0-d float64, for hyperparameters with a schedule
 
     @property
     def step(self) -> Tensor:
@@ -65,7 +65,7 @@ def inject_hyperparameters(optimizer: Optimizer) -> Optimizer:
     """Keeps an optimizer's hyperparameters in its state, where `with_hyperparameters` can change them at run time.
 
     - Included are arguments that are floats, such as lr, momentum, eps and weight_decay, and arguments that are
-      schedules, whose present value can be read from the state.
+      schedules, whose value in the last step can be read from the state.
     - Not included are pairs such as betas, switches, and an argument of 0 that would need another state if it were not
       0, such as momentum.
 
@@ -206,21 +206,22 @@ def _injected(part: Optimizer) -> Optimizer:
         return InjectState(inner, values, scheduled(inner.step))
 
     def step_param(param: Tensor, grad: Tensor, state: InjectState) -> tuple[Tensor, InjectState]:
-        now = remade(part, {**state.hyperparameters, **scheduled(state.step)})
+        rates = scheduled(state.step)  # not those of the next step, which a table may not have
+        now = remade(part, {**state.hyperparameters, **rates})
         param, inner = like(param, state.inner, *now.step_param(param, grad, state.inner))
-        return param, InjectState(inner, state.hyperparameters, scheduled(inner.step))
+        return param, InjectState(inner, state.hyperparameters, rates)
 
     def step_params_(params: Tensors, grads: Tensors, states: list[InjectState], **guards: Tensor | None) -> None:
-        first = states[0]
+        first, rates = states[0], scheduled(states[0].step)
         # The host would have to wait for the value of a schedule on a device.
         values = {
             name: value.item() if trees.readable_without_sync(value) else value
-            for name, value in {**first.hyperparameters, **scheduled(first.step)}.items()
+            for name, value in {**first.hyperparameters, **rates}.items()
         }
         known = not any(isinstance(value, Tensor) for value in values.values())
         now = fixed(*values.items()) if known else remade(part, values)
         step_in_place(now, params, grads, [state.inner for state in states], **guards)
-        for name, value in scheduled(first.step).items():
+        for name, value in rates.items():
             first.scheduled[name].copy_(value)
 
     return around(part, init_param, step_param, step_params_)

@@ -59,12 +59,13 @@ def test_change_at_run_time_matches_param_groups() -> None:
 
 def test_schedules_of_any_hyperparameter() -> None:
     params, grads = _trees(5)
-    opt = tx.inject_hyperparameters(tx.adamw(tx.linear(0.1, 0.0, 5), weight_decay=tx.linear(0.0, 0.5, 5)))
+    table = [0.0, 0.1, 0.2, 0.3, 0.4]  # it has no value for a sixth step
+    opt = tx.inject_hyperparameters(tx.adamw(tx.linear(0.1, 0.0, 5), weight_decay=lambda step: table[int(step)]))
     state, ours, want = opt.init(params), params, params
     plain_state = tx.adamw(0.1).init(params)
     for i, g in enumerate(grads):
-        assert abs(state["scale"].scheduled["weight_decay"] - 0.1 * i) < 1e-15
         ours, state = opt.step(ours, g, state)
+        assert abs(state["scale"].scheduled["weight_decay"] - 0.1 * i) < 1e-15
         now = tx.adamw(0.1 - 0.02 * i, weight_decay=0.1 * i)
         want, plain_state = now.step(want, g, plain_state)
     assert max_diff(ours, want) < 1e-15
