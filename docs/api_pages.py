@@ -28,21 +28,26 @@ MODULES: dict[str, types.ModuleType] = {
     "fjoin.checkpoint": fjoin.checkpoint,
     "fjoin.testing": fjoin.testing,
 }
-# What is no class and no function, and has no docstring of its own.
+# What is no class and no function, or is torch's, and has no docstring of fjoin's.
 CONSTANTS = {
-    "LAWS": "Kind -> the laws that the check of this kind runs, as functions of a maker of the object.",
-    "NO_BATCH": inspect.getdoc(fjoin.NO_BATCH) or "",
-    "PerRank": "Marks a field of a state as one of which each rank has its own value: `PerRank[Any]`.",
+    "fjoin.Joinable": "torch's class of what a `Join` may hold. One of your own has `join_hook`, `join_device` and "
+    "`join_process_group`; `as_joinable` makes one from pure functions.",
+    "fjoin.JoinHook": "torch's class of what a rank without input does: `main_hook` in each iteration of the others, "
+    "`post_hook` at the end.",
+    "fjoin.testing.LAWS": "Kind -> the laws that the check of this kind runs, as functions of a maker of the object.",
+    "fjoin.NO_BATCH": inspect.getdoc(fjoin.NO_BATCH) or "",
+    "fjoin.transforms.PerRank": "Marks a field of a state as one of which each rank has its own value: `PerRank[Any]`.",
 }
 # Members that fjoin's own parts use, and no user.
 HIDDEN = {
+    "Members": "begin close end finish",
     "Join": "begin check live shadowing syncing",
     "TrainState": "settled",
     "ZeroRedundancyOptimizer": "join_hook owned slices",
 }
 
 # Classes whose methods the list of names shows too.
-LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh", "Members", "ShardedHandle")
+LISTED = ("TrainStep", "TrainState", "Metrics", "Mesh", "Members", "Checkpoints", "Handle", "ShardedHandle")
 
 
 def public(module: types.ModuleType) -> dict[str, Any]:
@@ -60,8 +65,8 @@ def page(module: str, name: str, value: Any) -> str:
     """The page of one name."""
     title = shown(module, name)
     head = f"{title}\n{'=' * len(title)}\n\n"
-    if name in CONSTANTS:
-        return f"{head}.. py:data:: {module}.{name}\n\n   {CONSTANTS[name]}\n"
+    if (text := CONSTANTS.get(f"{module}.{name}")) is not None:
+        return f"{head}.. py:{'class' if inspect.isclass(value) else 'data'}:: {module}.{name}\n\n   {text}\n"
     if inspect.isclass(value):
         return f"{head}.. autoclass:: {module}.{name}\n{_options(name, value)}"
     return f"{head}.. autofunction:: {module}.{name}\n"
@@ -91,9 +96,9 @@ def is_made_by_others(value: Any) -> bool:
     return inspect.isclass(value) and "; made by " in doc.split("\n")[0] and "\nArgs:" not in doc
 
 
-def summary(name: str, value: Any) -> str:
+def summary(place: str, value: Any) -> str:
     """The first sentence that is said of a name."""
-    doc = CONSTANTS.get(name) or inspect.getdoc(value) or ""
+    doc = CONSTANTS.get(place) or inspect.getdoc(value) or ""
     return re.split(r"(?<=[.])\s", " ".join(doc.split("\n\n")[0].split()))[0].replace("*", "\\*")
 
 
@@ -111,9 +116,13 @@ def index() -> str:
         first, *doc = (inspect.getdoc(held) or "").split("\n")
         listed, names = re.findall(r"\w+", " ".join(doc)), public(held)
         order = sorted(names, key=lambda name: (listed.index(name) if name in listed else len(listed), name.lower()))
-        lines += [module, "-" * len(module), "", first, "", ".. list-table::", "   :widths: 35 65", ""]
+        title = module.replace("fjoin.transforms", "tx")
+        lines += [title, "-" * len(title), "", first, "", ".. list-table::", "   :widths: 35 65", ""]
         for name in order:
-            lines += [f"   * - :doc:`{shown(module, name)} <{module}.{name}>`", f"     - {summary(name, names[name])}"]
+            lines += [
+                f"   * - :doc:`{shown(module, name)} <{module}.{name}>`",
+                f"     - {summary(f'{module}.{name}', names[name])}",
+            ]
             for own, method in methods(name, names[name]) if name in LISTED else ():
                 place = f"{module}.{name}.{own}"
                 lines += [f"   * - :py:meth:`{name}.{own} <{place}>`", f"     - {summary(place, method)}"]

@@ -36,7 +36,7 @@ include_patterns = [
 exclude_patterns = ["**/__pycache__"]
 html_theme, html_title, html_copy_source = "furo", f"fjoin {version}", False
 html_static_path, html_css_files, html_show_copyright = ["_static"], ["site.css"], False
-html_js_files = [("tables.js", {"defer": "defer"})]
+html_js_files = [("tables.js", {"defer": "defer"}), ("lines.js", {"defer": "defer"})]
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "force", True, 120
 myst_enable_extensions, myst_heading_anchors = ["colon_fence"], 4
 # Inventories of other projects lie in the repository, so the build needs no network.

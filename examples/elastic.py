@@ -66,5 +66,8 @@ if __name__ == "__main__":
     other = of_one_process()
     moved = max((other[path] - start[path]).abs().max().item() for path in start)
     apart = max((other[path] - state.params[path]).abs().max().item() for path in start)
-    print(f"after {state.step} steps {apart / moved:.0e} of the displacement from one process on all data", flush=True)
+    print(
+        f"{state.step} steps: differs from one process on all data by {apart / moved:.0e} of the way that was trained",
+        flush=True,
+    )
     sys.exit(apart > 1e-6 * moved)

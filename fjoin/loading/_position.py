@@ -268,7 +268,7 @@ class Position(Generic[B]):
         check_position(state)
         if self._shuffled is None and (state["rank"], state["ranks"]) != (self._rank, self._ranks):
             text = f"load_state_dict: the position is of rank {state['rank']} of {state['ranks']}, but this is rank"
-            remedy = "load each rank's own, or, for another number of ranks, use a batch sampler fjoin.Shuffled"
+            remedy = "load each rank's own; on another number of ranks use fjoin.Shuffled, or restore(data=False) and begin the epoch anew"
             raise ValueError(f"{text} {self._rank} of {self._ranks}; {remedy}")
         if self._shuffled is None and ("loader" in state) != self._saves:
             one, other = ("has", "has none") if "loader" in state else ("has no", "has one")

@@ -51,7 +51,10 @@ def found_inf_stops_it(make: Callable[[], tx.Optimizer]) -> None:
     for found, grad in zip((0.0, 1.0, 0.0), _grads(3), strict=False):
         before = snapshot((own, slots))[0]
         part.step_param_(own, grad.clone(), slots, found_inf=torch.tensor(found))
-        assert same_bits((own, slots), before) == (found == 1.0)
+        stays = same_bits((own, slots), before)
+        assert stays == (found == 1.0), (
+            f"with found_inf {found} parameter and state, with its step, are {'as before' if stays else 'changed'}"
+        )
 
 
 def tree_step_agrees(make: Callable[[], tx.Optimizer]) -> None:
