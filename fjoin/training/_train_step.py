@@ -79,7 +79,7 @@ def make_state_data(
     compare(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})
     run.loss.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
-        warn_if_silent(pipeline, pipeline.hook, pipeline.ends, tuple(mesh.shape), run.ranks, stacklevel=3)
+        warn_if_silent(pipeline, tuple(mesh.shape), run.ranks, stacklevel=3)
 
     def memory(bucket: Bucket) -> Tensor | None:  # pieces are gathered without a copy
         return mesh.zeros(bucket.numel, bucket.dtype, bucket.device, (pieces.axis,)) if pieces else None

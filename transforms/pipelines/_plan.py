@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -247,21 +246,6 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
         given = [each for _, value in part.spec.args for each in (value if isinstance(value, tuple) else (value,))]
         found.update(name for name in given if isinstance(name, str) and name in mesh_axes)
     return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in timings.running(part, step, at_end)))
-
-
-def warn_if_silent(
-    what: Any,
-    hook: Transform,
-    ends: Collection[Transform | None],
-    mesh_axes: tuple[str, ...],
-    ranks: int,
-    stacklevel: int,
-) -> None:
-    """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
-    if not hook.facts.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
-        text = f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone"
-        remedy = f"put tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant"
-        warnings.warn(f"{text}; {remedy}", stacklevel=stacklevel + 1)
 
 
 def takes_flat(part: Transform) -> bool:
