@@ -23,15 +23,10 @@ def start_gather(storage: Storage, k: int, mesh: Communicator) -> Work | None:
     pieces, work = storage.pieces, None
     assert pieces is not None
     if pieces.ranks > 1:
-        work = _start(mesh.axes[pieces.axis], storage.flats[k], pieces.bounds[k], pieces.rank)
+        work = mesh.axes[pieces.axis].begin_gather(storage.flats[k], pieces.sizes(k), pieces.rank)
     # A graph that needs the old values must see that they have changed.
     torch.autograd.graph.increment_version(storage.by_bucket[k])
     return work
-
-
-def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work:
-    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    return axis.begin_gather(flat, sizes, rank)
 
 
 def gather_leaves(
@@ -55,7 +50,7 @@ def gather_leaves(
             flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             start, stop = pieces.bounds[k][pieces.rank : pieces.rank + 2]
             flat[start:stop] = pieces.pack_own(k, slices)
-        works.append((flat, _start(axis, flat, pieces.bounds[k], pieces.rank) if pieces.ranks > 1 else None))
+        works.append((flat, axis.begin_gather(flat, pieces.sizes(k), pieces.rank) if pieces.ranks > 1 else None))
     for k, (flat, work) in enumerate(works):
         if work is not None:
             work.wait()

@@ -310,7 +310,7 @@ class GradHooks:
         self._keeping = False
         self._handles: list[Any] = []
         self._lasts: list[int | None] = []
-        self._attached: Callable[[], Storage | None] = _nothing
+        self._attached: Callable[[], Storage | None] = lambda: None
 
     def attach(self, storage: Storage, one_pass: bool) -> None:
         """Attach hooks to the leaves of this storage, and remove those from the previous one.
@@ -351,7 +351,7 @@ class GradHooks:
             self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in some]
 
     def detach(self) -> None:
-        self._attached = _nothing
+        self._attached = lambda: None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -364,7 +364,3 @@ class GradHooks:
             yield
         finally:
             self._keeping = False
-
-
-def _nothing() -> None:
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -327,11 +328,8 @@ class Storage:
 
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
-        new = object.__new__(Storage)
-        new.window = {}
-        new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
-        new.together = self.together
-        new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
+        new = copy.copy(self)
+        new.window, new.exact = {}, [own.clone() for own in self.exact]
         new.flats = [flat.clone() for flat in self.flats]
         new._make_leaves()
         slots: Any = self.slots

@@ -17,13 +17,13 @@ from ..groups import Communicator
 from ..records import on_each, on_first, put_together, wait_until_all_see
 from ..transforms.axes import Grid
 from ..transforms.base import Merge, checks, trees
-from ..transforms.layout import merged
+from ..transforms.layout import Slice, merged
 from ._files import DTYPES, decoding
 from ._folder import Folder
 from ._leaves import SavedLeaves
 from ._manifest import Leaf, LeafPart, Manifest, read_commit
 from ._sources import DATA, LOOP, Source, position_of, warn_apart
-from ._values import Slice, Snapshot, Values, given, matches, under
+from ._values import Snapshot, Values, given, matches, under
 
 _OTHER = {"params": "buffers", "buffers": "params"}
 

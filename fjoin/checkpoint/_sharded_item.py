@@ -10,9 +10,9 @@ from ..fsdp import ShardedHandle
 from ..groups import Communicator
 from ..records import references
 from ..transforms.base import Merge, Placement
-from ..transforms.layout import LocalPieces
+from ..transforms.layout import LocalPieces, Slice
 from ..transforms.pipelines import buffers_placement, params_placement
-from ._values import Names, Slice, Snapshot, Values, slice_in
+from ._values import Names, Snapshot, Values, slice_in
 
 
 class ShardedItem:

@@ -22,9 +22,10 @@ from ..records import Requests, put_together, taken_apart
 from ..training import TrainStep, check_state, loaded
 from ..transforms.axes import bind_axes
 from ..transforms.base import Merge, Placement, trees
+from ..transforms.layout import Slice
 from ..transforms.pipelines import Pipeline, buffers_placement, params_placement
 from ._sharded_item import ShardedItem
-from ._values import Names, Slice, Snapshot, Values, tree_from
+from ._values import Names, Snapshot, Values, tree_from
 
 _GROUPS = "$groups"  # stands for the state of a ZeroRedundancyOptimizer whose slices are among the values
 
@@ -111,8 +112,7 @@ class ZeroItem:
 
     def _slice(self, name: str) -> Slice | None:
         number, _, _ = name.removeprefix(f"{self._prefix}.").partition(".")
-        own = (self._zero.slices() or {}).get(int(number))
-        return None if own is None else Slice(*own, holds=own.start < own.stop)
+        return (self._zero.slices() or {}).get(int(number))
 
     def _in_place(self, name: str, value: Tensor) -> Tensor:
         """A slice in a tensor of the whole shape, of which `load_state_dict` reads only this rank's slice."""

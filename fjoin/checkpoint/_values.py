@@ -16,16 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import optree
-import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
 from ..records import taken_apart
 from ..transforms.base import Placement, Transform, state_dicts
-from ..transforms.layout import Pieces
+from ..transforms.layout import Pieces, Slice
 from ..transforms.pipelines import Pipeline, placed
 
 T = TypeVar("T")
@@ -165,16 +164,6 @@ def matches(name: str, patterns: Collection[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") or fnmatchcase(name, one) for one in patterns)
 
 
-class Slice(NamedTuple):
-    """This rank's slice of the flat value."""
-
-    shape: torch.Size  # of the whole
-    start: int
-    stop: int  # 0 if this rank holds nothing
-    whole: bool  # whether one rank has it as a whole, in its own shape
-    holds: bool  # whether this rank writes it; of a value without elements one rank does
-
-
 # From the name of a value to its slice; None for another value.
 Slices = Callable[[str], Slice | None]
 
@@ -186,11 +175,7 @@ def slice_in(pieces: Pieces, params: Mapping[str, Sequence[str]], name: str) -> 
         params: Name -> the paths of parameters that a value may belong to.
     """
     path = next((path for path in params.get(name, ()) if path in pieces.shapes), None)
-    if path is None:
-        return None
-    shape, (start, stop) = pieces.shapes[path], pieces.slices[path]
-    holds = bool(stop) or (not shape.numel() and not pieces.rank)
-    return Slice(shape, start, stop, path in pieces.whole, holds)
+    return None if path is None else pieces.slice_of(path)
 
 
 @dataclass

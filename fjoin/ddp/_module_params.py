@@ -50,7 +50,7 @@ class ScaledLoss:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.missed: bool = False
-        self._running: Callable[[], _Pass | None] = _nothing
+        self._running: Callable[[], _Pass | None] = lambda: None
         me = weakref.ref(self)
 
         def arrived(_: Tensor) -> None:
@@ -93,10 +93,6 @@ class _Pass:
     """A backward pass of a scaled loss."""
 
     def __call__(self) -> None: ...
-
-
-def _nothing() -> _Pass | None:
-    return None
 
 
 # By the size of an element in bytes: a dtype whose sums are exact.

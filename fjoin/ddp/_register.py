@@ -319,8 +319,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     remedy = "Register the same on all ranks"
     compare(ranks, "fjoin.ddp.register", {"hook": what.spec.canonical()}, remedy, shown={"hook": repr(what)})
     if ranks.size > 1 and ranks.rank == 0:
-        ends = what.ends if isinstance(what, Pipeline) else ()
-        warn_if_silent(what, hook, ends, tuple(ranks.shape), ranks.size, stacklevel=2)
+        warn_if_silent(what, tuple(ranks.shape), ranks.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, ranks)
     if run.pipeline is not None:
         if rates := run.params.check_rates():

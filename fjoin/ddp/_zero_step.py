@@ -50,7 +50,6 @@ def hook_with_zero_step(
     Same as: torch's hook_with_zero_step, whose first passes step nothing, whose steps ignore `param_groups`, and which
         needs NCCL.
     """
-    del shard_buckets
     if not isinstance(ddp, DistributedDataParallel) or not isinstance(zero, ZeroRedundancyOptimizer):
         raise TypeError(
             f"hook_with_zero_step takes a DistributedDataParallel and its fjoin.ZeroRedundancyOptimizer, got {type(ddp).__name__} and "

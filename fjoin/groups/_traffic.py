@@ -44,9 +44,7 @@ class Traffic:
         self.messages = self.sent_bytes = self.waited_ns = 0
         self.stage = ""
 
-    def launched(
-        self, op: str, axis: str, x: Tensor, ranks: int, arg: object = None, rank: int = 0
-    ) -> AbstractContextManager[None]:
+    def launched(self, op: str, axis: str, x: Tensor, ranks: int, arg: Any, rank: int) -> AbstractContextManager[None]:
         """Count a message; the result is entered while the host waits for it.
 
         Args:

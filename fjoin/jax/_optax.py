@@ -66,7 +66,6 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
             return OptaxState(run.leave(run.init(*run.enter(params))))
 
     def update(grads: Tree, state: OptaxState, params: Tree = None, **extra: Any) -> tuple[Tree, OptaxState]:
-        del extra
         if not trees.plain(grads, params):
             raise RuntimeError("torch cannot differentiate through optax; use stages of fjoin, or torch.no_grad()")
         form = _Shapes.of(grads)

@@ -4,7 +4,6 @@ from ._guards import LookAhead as LookAhead
 from ._position import (
     END as END,
     JoinedLoop as JoinedLoop,
-    Position as Position,
     Terminated as Terminated,
     check_position as check_position,
 )

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..groups import mesh_over
+from ..transforms.layout import Slice
 from ._optimizer import Optimizer, step_as
 from ._param_groups import Hyperparameters, without_params
-from ._zero_shard import OwnSlice, Shard, WholeLeaves, cut_group, gather, give, optimizer_of, own_slices, torchs_state
+from ._zero_shard import Shard, WholeLeaves, cut_group, gather, give, optimizer_of, torchs_state
 from ._zero_state import NoState, Owned, gather_states, load_slices, whole_states
 
 
@@ -161,10 +162,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a ZeroRedundancyOptimizer has no copies and pickles; use consolidate_state_dict, state_dict")
 
-    def slices(self) -> dict[int, OwnSlice] | None:
+    def slices(self) -> dict[int, Slice] | None:
         """By the number of a parameter; None if a module's hook or an optimizer that is not known steps."""
-        known = self._local is not None and not isinstance(self.part, WholeLeaves)
-        return own_slices(self._shards) if known else None
+        if self._local is None or isinstance(self.part, WholeLeaves):
+            return None
+        return dict(enumerate(shard.pieces.slice_of(path) for shard in self._shards for path in shard.params))
 
     def owned(self) -> Iterator[Owned]:
         """This rank's part of the state."""

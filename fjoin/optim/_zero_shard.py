@@ -86,24 +86,6 @@ class Shard(NamedTuple):
     flats: list[Tensor | None]  # by bucket: the parameters' memory, where they are views of it
 
 
-class OwnSlice(NamedTuple):
-    """This rank's slice of a flat parameter."""
-
-    shape: torch.Size  # of the parameter
-    start: int
-    stop: int  # 0 if the rank owns nothing of it
-    whole: bool  # whether the optimizer needs the whole parameter, which one rank then owns
-
-
-def own_slices(shards: Sequence[Shard]) -> dict[int, OwnSlice]:
-    """By the number of the parameter in all groups."""
-    every = ((shard.pieces, path) for shard in shards for path in shard.params)
-    return {
-        number: OwnSlice(pieces.shapes[path], *pieces.slices[path], path in pieces.whole)
-        for number, (pieces, path) in enumerate(every)
-    }
-
-
 @torch.no_grad()
 def give(shards: Sequence[Shard]) -> None:
     """Give this rank's slices the values and gradients of the parameters.

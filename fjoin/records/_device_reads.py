@@ -45,8 +45,8 @@ class DeviceReads:
         under_way: The vectors on their way: what each is, its values, and the event that ends its copy.
     """
 
-    def __init__(self, mesh: Communicator | None) -> None:
-        self._mesh: Callable[[], Communicator | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
+    def __init__(self, mesh: Communicator) -> None:
+        self._mesh: Callable[[], Communicator | None] = weakref.ref(mesh)
         self.under_way: list[tuple[Any, Tensor, Any]] = []
 
     def add(self, what: Any, words: Tensor, event: Any = None) -> None:

@@ -113,6 +113,5 @@ class StateData(StepData):
 
     def clone(self) -> StateData:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
-        new = replace(self, storage=self.storage.clone(), window=dict(self.window), version=0, lost="")
-        new.buffers = buffers
-        return new
+        storage, window = self.storage.clone(), dict(self.window)
+        return replace(self, storage=storage, buffers=buffers, window=window, version=0, lost="")

@@ -116,8 +116,6 @@ class BucketStages:
             params: Path -> parameter of the bucket.
             pieces: The pieces of the bucket, where these stages shard.
         """
-        if self._early is None:
-            return None
         call = BucketCall(self, bucket, old, params, pieces)
         self._calls.append(call)
         if self._interleaver is not None:

@@ -66,7 +66,7 @@ class GradCheck:
         on_device: Decide on the device although the host could; for tests.
     """
 
-    def __init__(self, norm: bool = False) -> None:
+    def __init__(self, norm: bool) -> None:
         self._norm, self.on_device = norm, False
         self._waiting: list[GradBuffer] = []  # buckets of a device that are still to be looked at
         # For each bucket 1 if this rank's own gradients are not finite, where the record does not tell whose are bad.
@@ -76,10 +76,7 @@ class GradCheck:
 
     def readable_without_sync(self, buckets: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        for bucket in () if self.on_device else buckets:
-            if not bucket.grads.is_cpu:
-                return False
-        return not self.on_device
+        return not self.on_device and all([bucket.grads.is_cpu for bucket in buckets])
 
     def observe(self, bucket: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
@@ -114,8 +111,7 @@ class GradCheck:
 
     def bad(self, buckets: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
-        if self._waiting:
-            self._look()
+        self._look()
         if self.readable_without_sync(buckets):
             for bucket in buckets:
                 if not math.isfinite(bucket.seen.item()) and has_nonfinite(bucket.grads):
@@ -164,8 +160,6 @@ class GradCheck:
         finite = all(bucket.message_sum is not None and math.isfinite(bucket.message_sum) for bucket in buckets)
         if finite and buckets and not self._norm:
             return
-        if self._waiting:
-            self._look()
         bad = torch.as_tensor(self.bad(buckets), dtype=torch.float64)
         squares = sum((bucket.seen.double() ** 2 for bucket in buckets if self._norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
@@ -175,8 +169,7 @@ class GradCheck:
 
     def norm_of(self, buckets: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
-        if self._waiting:
-            self._look()
+        self._look()
         if self.readable_without_sync(buckets) and not all(math.isfinite(bucket.seen.item()) for bucket in buckets):
             for bucket in buckets:  # finite gradients whose squares overflow float32
                 bucket.seen = torch.linalg.vector_norm(bucket.grads.double())
@@ -238,7 +231,7 @@ class StepCheck:
         norm: Whether the norm of the gradients is needed.
         skips: Whether steps that are not finite are left out without an error.
         mesh: See `DeviceReads`.
-        ids: The numbers of the steps that travel in the record; None if none do.
+        ids: The numbers of the steps that travel in the record.
         requests: Takes the requests in the records.
 
     Attributes:
@@ -248,16 +241,10 @@ class StepCheck:
     """
 
     def __init__(
-        self,
-        ranks: int,
-        norm: bool = False,
-        skips: bool = False,
-        mesh: Communicator | None = None,
-        ids: StepIds | None = None,
-        requests: Requests | None = None,
+        self, ranks: int, norm: bool, skips: bool, mesh: Communicator, ids: StepIds, requests: Requests
     ) -> None:
         self.ranks: int = ranks
-        self._skips, self._ids, self._requests = skips, ids, requests or Requests(ranks)
+        self._skips, self._ids, self._requests = skips, ids, requests
         self.grads: GradCheck = GradCheck(norm)
         self.left_out: Any = 0.0
         self.reads: DeviceReads = DeviceReads(mesh)
@@ -292,10 +279,10 @@ class StepCheck:
         live, asked = sums["weight"] != 0, []
         odd: Flag = False  # whether some rank has left out an earlier step, or on a device: the ranks have called different steps
         for late, of_all in records:
-            if self._ids is not None and on_device:
+            if on_device:
                 other = of_all["step_id"] != self.ranks * self._ids.of(step_of(step, late))
                 live, odd = live & inverse(other), odd | other
-            elif self._ids is not None:
+            else:
                 self._ids.check(step, of_all, late)
             if late:
                 odd = odd | _any_set(masks(of_all))
@@ -344,7 +331,7 @@ class StepCheck:
 
     def look(self) -> None:
         """Take the requests in the records of a device, except in that of the last step."""
-        for _, (_, *asked) in self.reads.read(False, keep=True) if self.reads.under_way else ():
+        for _, (_, *asked) in self.reads.read(False, keep=True):
             self._requests.note(*asked)
 
     def raise_pending(self) -> None:
@@ -373,12 +360,11 @@ class StepCheck:
         self.left_out = 0.0
 
     def _read(self, newest: bool) -> None:
-        for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads.under_way else ():
+        for (step, records), (raises, *asked) in self.reads.read(newest):
             self._requests.note(*asked)
             for late, of_all in records if raises else ():
                 sums = numbers(of_all, self.reads.now)
-                if self._ids is not None:
-                    self._ids.check(step, sums, late)
+                self._ids.check(step, sums, late)
                 if not late:
                     raise error_of_step(step, sums, ())
                 self.raise_left_out(step - late, sums)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class OnSignal:
-    """Calls functions that only set a flag when a signal arrives, such as `Requests.ask_stop`; a context manager.
+    """Calls functions that only set a flag when a signal arrives, such as `Requests.ask_stop`.
 
     The handler that was there before runs too. The signal's default action, such as SIGTERM's end of the process, does
     not. Only the main thread can install a handler: in other threads `install` does nothing.
@@ -49,10 +49,3 @@ class OnSignal:
             ask()
         if callable(self._before):
             self._before(number, frame)
-
-    def __enter__(self) -> OnSignal:
-        self.install()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.uninstall()

@@ -35,7 +35,7 @@ def left_open(parts: Iterable[Transform], steps: int, gathers: bool) -> list[str
         gathers: Whether there are gradients of an accumulation window.
     """
     found = []
-    if steps and (left := [part for part in parts if timings.unfinished(part, steps)]):
+    if steps and (left := [part for part in parts if timings.flushed(part, steps)]):
         found.append(
             f"after step {steps - 1} a window of {left[0]!r} is unfinished, so the ranks' values may differ; call "
             f"state = step.flush(state) at the end of training"
@@ -79,7 +79,7 @@ def make_state_data(
     compare(mesh, "step.init", parts, shown={"pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)})
     run.loss.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
-        warn_if_silent(pipeline, pipeline.hook, pipeline.ends, tuple(mesh.shape), run.ranks, stacklevel=3)
+        warn_if_silent(pipeline, tuple(mesh.shape), run.ranks, stacklevel=3)
 
     def memory(bucket: Bucket) -> Tensor | None:  # pieces are gathered without a copy
         return mesh.zeros(bucket.numel, bucket.dtype, bucket.device, (pieces.axis,)) if pieces else None
@@ -257,8 +257,7 @@ class TrainStep:
             TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no
                 parameter.
         """
-        if self.failures.broken is not None:
-            self.failures.check()
+        self.failures.check()
         iteration, body, given = self._in_loop.iteration, None, None
         try:
             if iteration is not None:
@@ -266,10 +265,9 @@ class TrainStep:
             given = body = check_state(state)._claim(self.run.token)
             if not self._donate:
                 body = body.clone()
-            if self.run.step_check.reads.under_way:
-                self.run.step_check.raise_pending()
+            self.run.step_check.raise_pending()
             self.failures.last_step = body.step
-            if iteration is None and not self._in_loop.compared:
+            if iteration is None:
                 self._in_loop.compare("a loop without step.join")
             metrics = self.run(body, batch, iteration)
             self._left = body.step, bool(body.window)

@@ -297,10 +297,12 @@ def test_a_signal_sets_a_flag_and_calls_the_handler_before(usr1: None) -> None:
     calls = list[int]()
     signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
     kept, requests = signal.getsignal(signal.SIGUSR1), Requests(2)
-    with OnSignal(requests.ask_save, requests.ask_stop, on=signal.SIGUSR1) as one:
-        assert one.installed
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert calls == [signal.SIGUSR1] and requests.write(True) == 1 + 3 + 9
+    one = OnSignal(requests.ask_save, requests.ask_stop, on=signal.SIGUSR1)
+    one.install()
+    assert one.installed
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert calls == [signal.SIGUSR1] and requests.write(True) == 1 + 3 + 9
+    one.uninstall()
     assert signal.getsignal(signal.SIGUSR1) is kept and not one.installed
     os.kill(os.getpid(), signal.SIGUSR1)
     assert len(calls) == 2 and requests.write(True) == 1.0

@@ -45,7 +45,7 @@ def local_sgd(
     >>> tx.simulate(one_rank, {"data": 2}, [[1.0, 1.0], [3.0, 3.0]])
     [tensor(-2.), tensor(-2.)]
     """
-    after = _averages("local_sgd", reduction, every, None)
+    after = _averages(reduction, every, None)
     on_state = on_state_of("local_sgd", state, reduction, every, None)
     return fuse(identity() if hook is None else hook, inner, after, on_state)
 
@@ -96,14 +96,14 @@ def post_local_sgd(
     if local is not None and hook is None:
         raise ValueError("post_local_sgd: with local= give also hook=, the mean of all gradients in the first steps")
     gradients = switch_after(warmup_steps, hook or reduction, local or identity())
-    after = switch_after(warmup_steps, identity(), _averages("post_local_sgd", reduction, every, 0))
+    after = switch_after(warmup_steps, identity(), _averages(reduction, every, 0))
     on_state = on_state_of("post_local_sgd", state, reduction, every, 0)
     if on_state is not None:
         on_state = switch_after(warmup_steps, identity(), on_state)
     return fuse(chain(gradients, *(() if then is None else (then,))), inner, after, on_state)
 
 
-def _averages(name: str, reduction: Transform, every: int, first: int | None) -> Transform:
+def _averages(reduction: Transform, every: int, first: int | None) -> Transform:
     """The averages of the parameters; by other reductions than a plain mean, of their changes since the last one."""
     of = reduction.facts.reduces
     if of is not None and of.fusable and not of.scatters and of.over is not None:

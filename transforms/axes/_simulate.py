@@ -24,8 +24,8 @@ class Grid:
         sizes: Axis name -> number of ranks.
 
     >>> grid = Grid({"node": 2, "local": 3})
-    >>> grid.place(4), grid.members(4, ["node"]), grid.rank({"node": 1, "local": 1})
-    ({'node': 1, 'local': 1}, [1, 4], 4)
+    >>> grid.place(4), grid.members(4, ["node"])
+    ({'node': 1, 'local': 1}, [1, 4])
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -37,10 +37,6 @@ class Grid:
         """Axis name -> place of a rank; only along some axes, in their order."""
         here = dict(zip(self.sizes, self._places[rank], strict=True))
         return here if axes is None else {name: here[name] for name in axes}
-
-    def rank(self, place: Mapping[str, int]) -> int:
-        """The rank at a place along all axes."""
-        return self._ranks[tuple(place[name] for name in self.sizes)]
 
     def members(self, rank: int, axes: Collection[str]) -> list[int]:
         """The ranks with this rank's place along all other axes, in rank order."""

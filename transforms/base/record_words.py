@@ -45,7 +45,8 @@ def words_of(
         return _encoded(stacked(values, device), dtype, ranks)
     if dtype is torch.float64:
         return torch.tensor(values, dtype=dtype, device="cpu")
-    base, most = _base(ranks), _most(dtype, ranks)
+    base = _base(ranks)
+    most = torch.finfo(dtype).max / ranks * base  # of one rank, that a message can carry
     words: list[float] = []
     for name, value in zip(names, map(float, values), strict=True):
         if not -most <= value <= most and math.isfinite(value):
@@ -83,12 +84,6 @@ def _encoded(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
     finite = torch.isfinite(values)
     high = torch.where(finite, torch.trunc(values / base), torch.zeros_like(values))
     return torch.stack([high, values - high * base], dim=1).reshape(-1).to(dtype)
-
-
-@functools.cache
-def _most(dtype: torch.dtype, ranks: int) -> float:
-    """The largest number of one rank that a message can carry."""
-    return torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
 
 
 NONFINITE = "nonfinite"  # the flag of ranks whose loss or gradients are not finite

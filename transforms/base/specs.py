@@ -46,9 +46,6 @@ class Spec:
     name: str
     args: tuple[tuple[str, Any], ...] = ()
 
-    def __getitem__(self, key: str) -> Any:
-        return dict(self.args)[key]
-
     @functools.cached_property
     def children(self) -> tuple[Any, ...]:
         """The arguments that have a spec themselves, in order, also those inside containers."""

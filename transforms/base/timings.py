@@ -138,8 +138,3 @@ def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
 def _opened(runs: TimedRuns) -> list[tuple[Transform, int]]:
     """Those that are called, with what runs inside in the place of those that are flushed."""
     return [one for child, at, flush in runs for one in (flushed(child, at) if flush else [(child, at)])]
-
-
-def unfinished(part: Transform, steps: int) -> bool:
-    """Whether, after this many steps, a window of several steps has begun and its transform has not run."""
-    return bool(flushed(part, steps))

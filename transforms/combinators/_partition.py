@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -105,12 +105,11 @@ def _not_none(tree: Tree, where: str) -> Tree:
     return tree
 
 
-@overload
-def partition(parts: Mapping[Patterns, Transform]) -> Transform: ...
-@overload
-def partition(parts: Mapping[Patterns, Optimizer]) -> Optimizer: ...
+Part = TypeVar("Part", Transform, Optimizer)
+
+
 @factory
-def partition(parts: Mapping[Patterns, Any]) -> Any:
+def partition(parts: Mapping[Patterns, Part]) -> Part:
     """Applies different transforms, or different optimizers, to different parameters, chosen by path.
 
     Weight decay off for biases and norms is one line:
@@ -145,10 +144,10 @@ def partition(parts: Mapping[Patterns, Any]) -> Any:
     if not parts:
         raise ValueError("partition needs at least one pattern, for example {'*': transform}")
     if all(isinstance(part, Optimizer) for part in parts.values()):
-        return _partition_optimizers(dict(parts))
+        return _partition_optimizers(dict(parts))  # type: ignore[arg-type,return-value]
     for pattern, part in parts.items():
         check_transform(part, f"partition: the part for {pattern!r}")
-    return _partition_transforms(dict(parts))
+    return _partition_transforms(dict(parts))  # type: ignore[arg-type,return-value]
 
 
 def label_of(parts: Mapping[Patterns, Any], path: str) -> Patterns:
@@ -245,7 +244,7 @@ def in_fragments(*parts: Transform) -> Transform:
         A `Transform`; its state is the tuple of the parts' states.
 
     Raises:
-        ValueError: no part; at `init` and `update`: fewer leaves than parts.
+        ValueError: at `init` and `update`: fewer leaves than parts.
         TypeError: a part is no transform.
 
     >>> from fjoin import transforms as tx
@@ -254,8 +253,6 @@ def in_fragments(*parts: Transform) -> Transform:
     >>> two.update(p, two.init(p))[0]
     {'a': tensor([1., 1., 1.]), 'b': tensor([-1.]), 'c': tensor([-1.])}
     """
-    if not parts:
-        raise ValueError("in_fragments needs at least one transform")
 
     def init(params: Tree) -> State:
         return tuple(part.init(some) for part, some in zip(parts, fragments(params, len(parts)), strict=True))

@@ -16,6 +16,7 @@ from ._buckets import (
 from ._pieces import (
     LocalPieces as LocalPieces,
     Pieces as Pieces,
+    Slice as Slice,
     bind_pieces as bind_pieces,
     cut as cut,
     labels as labels,

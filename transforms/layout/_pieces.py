@@ -11,7 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ from ._buckets import ALIGN_BYTES, Bucket, make_layout, views
 
 if TYPE_CHECKING:
     from ..optimizers import Optimizer
+
+
+class Slice(NamedTuple):
+    """This rank's slice of the flat value of a leaf, or of what belongs to it, such as a state."""
+
+    shape: torch.Size  # of the whole
+    start: int
+    stop: int  # 0 if this rank holds nothing
+    whole: bool  # whether one rank has it as a whole, in its own shape
+    holds: bool  # whether this rank writes it; of a value without elements one rank does
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +86,12 @@ class Pieces:
             start, stop = (min(max(x - at, 0), n) for x in (low, high))
             found[path] = (start, stop) if start < stop else (0, 0)
         return found
+
+    def slice_of(self, path: str) -> Slice:
+        """This rank's slice of a leaf."""
+        shape, (start, stop) = self.shapes[path], self.slices[path]
+        holds = bool(stop) or (not shape.numel() and not self.rank)
+        return Slice(shape, start, stop, path in self.whole, holds)
 
     def shape(self, path: str) -> torch.Size:
         """The shape of this rank's slice."""

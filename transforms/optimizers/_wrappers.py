@@ -39,11 +39,9 @@ def frozen() -> Optimizer:
     """
 
     def step_param(param: Tensor, grad: Tensor, state: FrozenState) -> tuple[Tensor, FrozenState]:
-        del grad
         return param, FrozenState(state.step + 1)
 
     def step_params_(params: Any, grads: Any, states: list[FrozenState], **guards: Tensor | None) -> None:
-        del params, grads
         found_inf = guards.get("found_inf")
         states[0].step.add_(1 if found_inf is None else 1 - found_inf)
 

@@ -24,6 +24,7 @@ from ._pipeline import (
     parts_of as parts_of,
     rates_of as rates_of,
     totals_of_step as totals_of_step,
+    warn_if_silent as warn_if_silent,
 )
 from ._placements import buffers_placement as buffers_placement, params_placement as params_placement, placed as placed
 from ._plan import (
@@ -35,7 +36,6 @@ from ._plan import (
     make_plan as make_plan,
     records_of as records_of,
     takes_flat as takes_flat,
-    warn_if_silent as warn_if_silent,
 )
 from ._sharded import Sharding as Sharding, by_path as by_path
 from ._skip import dynamic_loss_scale as dynamic_loss_scale, skip_if_nonfinite as skip_if_nonfinite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .. import base
 from ..axes import all_gather, axis_size, psum
 from ..base import Call, DesyncError, DonatedState, Number, Spec, State, Totals, Transform, Tree, shares, specs, trees
 from ..optimizers import Optimizer, check_rates, compared, states_of
-from ._plan import Parts
+from ._plan import Parts, axes_of
 from ._sharded import Sharding
 
 # A bool where the host knows it, a 0-d bool tensor otherwise.
@@ -323,3 +324,12 @@ def parts_of(what: Pipeline | Transform, on_buffers: Transform | None = None) ->
     if isinstance(what, Transform):
         return Parts(on_buffers=on_buffers, steps=False)
     return Parts(what.after, what.on_state, what.skips is not None, on_buffers)
+
+
+def warn_if_silent(what: Pipeline | Transform, mesh_axes: tuple[str, ...], ranks: int, stacklevel: int) -> None:
+    """Warn if no part of a pipeline, or of a hook alone, communicates, unless the hook is `identity()`."""
+    hook, ends = (what, ()) if isinstance(what, Transform) else (what.hook, what.ends)
+    if not hook.facts.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends)):
+        text = f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone"
+        remedy = f"put tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant"
+        warnings.warn(f"{text}; {remedy}", stacklevel=stacklevel + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +59,6 @@ class SentRecords(NamedTuple):
 
     before: the axes of the records that go before the gradients, each in a message of its own: of the ranks that share
         gradients, and of those whose weights a mean in the hook needs.
-    rides: the record of the ranks that share gradients is appended to a bucket; it needs no message of its own.
     known: each rank knows it without a message.
     apart: whether a record of all ranks that loop together goes too, since the hook leaves some of them out. It is read
         in the next step, if nothing in this one needs it.
@@ -70,7 +68,6 @@ class SentRecords(NamedTuple):
     """
 
     before: tuple[tuple[str, ...], ...] = ()
-    rides: bool = False
     apart: bool = False
     pieces: str | None = None
     verdict: bool = False
@@ -106,8 +103,7 @@ class Plan(NamedTuple):
 
     def counted(self, weight: float, step: int) -> float:
         """What a rank of this weight counts in the first reduction of a step."""
-        reduced = self.always or self.reduced(step)  # without a call where all steps are alike
-        return float(weight > 0) if reduced.counts == {"live"} and not self.adds else weight
+        return float(weight > 0) if self.reduced(step).counts == {"live"} and not self.adds else weight
 
     def total(self, sums: Mapping[str, Any], ranks: int) -> Any:
         """What to divide the sums of `reduce` by, from the sums over this number of ranks of their `weight` and `live`."""
@@ -185,9 +181,9 @@ def records_of(plan: Plan, parts: Parts, step: int, place: StepPlace) -> SentRec
     before = [axes] if not (rides or known) and (plain or equal or shares) else []
     before += [one for one in shares if not plain and one != axes]
     if not parts.steps:
-        return SentRecords(tuple(before), rides, known=known)
+        return SentRecords(tuple(before), known=known)
     apart = axes != plan.loop_axes and not (place == "module" and parts.skips)
-    return SentRecords(tuple(before), rides, apart, plan.hook.sharded_over, not equal, known)
+    return SentRecords(tuple(before), apart, plan.hook.sharded_over, not equal, known)
 
 
 def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> StepReduction:
@@ -250,21 +246,6 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
         given = [each for _, value in part.spec.args for each in (value if isinstance(value, tuple) else (value,))]
         found.update(name for name in given if isinstance(name, str) and name in mesh_axes)
     return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in timings.running(part, step, at_end)))
-
-
-def warn_if_silent(
-    what: Any,
-    hook: Transform,
-    ends: Collection[Transform | None],
-    mesh_axes: tuple[str, ...],
-    ranks: int,
-    stacklevel: int,
-) -> None:
-    """Warn if no part of a pipeline communicates, unless its hook is `identity()`."""
-    if not hook.facts.silent and not any(axes_of(part, mesh_axes) for part in (hook, *ends) if part is not None):
-        text = f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone"
-        remedy = f"put tx.mean({mesh_axes[0]!r}) into it, or tx.identity() where that is meant"
-        warnings.warn(f"{text}; {remedy}", stacklevel=stacklevel + 1)
 
 
 def takes_flat(part: Transform) -> bool:

@@ -208,7 +208,6 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     """`mean`, or the weighted sum where `over` is None."""
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params
         leaves, structure = optree.tree_flatten(grads)
         # Whole numbers become float32, whatever the weight: all ranks send one dtype.
         leaves = [x if x.is_floating_point() or x.is_complex() else x.float() for x in map(torch.as_tensor, leaves)]

@@ -182,7 +182,6 @@ def _power_sgd(
         return PowerSGDState(dict.fromkeys(leaves, q[""]) if batched and q else q, 0)
 
     def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
-        del params
         state = base.own_state(state, PowerSGDState, call)
         grads = optree.tree_map(torch.as_tensor, grads)
         leaves, memory = trees.named_leaves(grads), call.memory

@@ -142,7 +142,6 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         )
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params
         pieces, of = pieces_here(grads, axis), trees.named_leaves(grads)
         share, slices = call.share(axis, over, trees.device_of(of.values())), dict[str, Tensor]()
         late = share.behind_sum(list(of.values()))
@@ -175,7 +174,6 @@ def mean_of_sums(axis: str, over: Over = "weight") -> Transform:
     """
 
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        del params
         leaves, structure = optree.tree_flatten(grads)
         share = call.share(axis, over, trees.device_of(leaves))
         one = base.Share(1.0, base.shares.nonzero_or_one(share.total))

@@ -308,7 +308,7 @@ class _Name(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        del ctx, inputs, output
+        """Nothing is kept for the derivative."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -52,7 +52,7 @@ MEAN, NODE, LOCAL = tx.mean("data"), tx.mean("node"), tx.mean("local")
 SCATTER, VOTE = tx.scatter_mean("local"), tx.masked(MEAN, "*.weight")
 AVERAGE, STATE = tx.every(2, tx.average_parameters("data")), tx.every(4, tx.average_state("data"))
 CODED, SWITCH = tx.compress(tx.int8(), MEAN), tx.switch_after(3, MEAN, tx.identity())
-RIDES, FIRST = SentRecords(rides=True), SentRecords((("data",),))
+RIDES, FIRST = SentRecords(), SentRecords((("data",),))
 ALONE = SentRecords(apart=True, verdict=True)  # each rank decides for itself, and hears of the others a step later
 
 # hook, the parts of the pipeline, axes, step, where it runs, and the records.
@@ -68,9 +68,7 @@ RECORDS: dict[str, Any] = {
     "nothing, then an average": (tx.identity(), Parts(AVERAGE), DATA, 0, "buckets", ALONE),
     "a switch before": (SWITCH, Parts(AVERAGE), DATA, 2, "buckets", FIRST),
     "a switch after": (SWITCH, Parts(AVERAGE), DATA, 3, "buckets", ALONE),
-    "local steps of nodes": (
-        LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets", SentRecords(rides=True, apart=True),
-    ),
+    "local steps of nodes": (LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets", SentRecords(apart=True)),
     "a module of nodes that skips": (
         LOCAL, Parts(tx.every(2, tx.average_parameters("node")), None, True), NODES, 0, "module", SentRecords((("local",),)),
     ),
