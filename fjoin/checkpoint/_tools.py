@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 
 from .._errors import CheckpointError
+from ..transforms.base import Placement
 from ._files import sync_folder, typed_errors, write_file
 from ._folder import Folder
 from ._leaves import SavedLeaves
@@ -31,7 +32,8 @@ def show(path: Path | str) -> str:
         *(f"note: {note}" for note in manifest.notes),
     ]
     for name, leaf in manifest.leaves.items():
-        lines.append(f"{name}: {leaf.dtype} {leaf.shape}, {leaf.placement}, parts: {len(leaf.parts)}")
+        place = Placement(tuple(leaf.placement.get("equal", ())), leaf.placement.get("cut"))
+        lines.append(f"{name}: {leaf.dtype} {leaf.shape}, {place}, parts: {len(leaf.parts)}")
     return "\n".join([*lines, *(f"{name}: {numbers}" for name, numbers in manifest.numbers.items())])
 
 

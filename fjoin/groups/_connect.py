@@ -231,7 +231,9 @@ def await_port(timeout_s: float) -> None:
 def set_timeout(groups: Iterable[Any], connect_s: float, timeout_s: float) -> None:
     """Give the messages of groups that are connected a limit of their own."""
     for group in groups if timeout_s != connect_s else ():  # torch can do it for gloo and NCCL alone
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+        # torch 2.14 has a public function, and deprecates the other.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def limited(timeout_s: float, call: Callable[[], T], check: Callable[[], None] | None = None) -> T:

@@ -93,8 +93,9 @@ class StepIds:
             step: The present step.
             late: See `CountsOfAll`.
         """
-        of = step_of(step, late)
-        if self._number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] != self._ranks * self.of(of):
+        of = step_of(step, late) if late else step
+        mine = self._begun[1] if of == self._begun[0] else self.of(of)
+        if self._number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] != self._ranks * mine:
             effect, calls = "nothing has changed" if late < 2 else "each has taken its own step", self._calls
             text = f"step {of}: {calls.differ}, or only some of them {calls.flush}; {effect}. {calls.remedy}"
             self._refuse(of, calls.step, text, effect)

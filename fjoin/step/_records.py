@@ -81,7 +81,8 @@ class StepRecords:
 
     def of_hook(self, step: int) -> StepRecord:
         """The record over the ranks that the hook reduces over in a step."""
-        return self.record(self.plan.reduced(step).axes)
+        axes = (self.plan.always or self.plan.reduced(step)).axes
+        return self._records.get(axes) or self.record(axes)
 
     def begin(self, step: int, rates: Rates, weight: tuple[float, str] | None = None) -> float:
         """The number of a step that begins with these hyperparameters, and with a weight; see `StepIds`.

@@ -76,7 +76,10 @@ class GradCheck:
 
     def readable_without_sync(self, buckets: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        return not self.on_device and all([bucket.grads.is_cpu for bucket in buckets])
+        for bucket in () if self.on_device else buckets:
+            if not bucket.grads.is_cpu:
+                return False
+        return not self.on_device
 
     def observe(self, bucket: GradBuffer) -> None:
         """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
@@ -111,7 +114,8 @@ class GradCheck:
 
     def bad(self, buckets: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
-        self._look()
+        if self._waiting:
+            self._look()
         if self.readable_without_sync(buckets):
             for bucket in buckets:
                 if not math.isfinite(bucket.seen.item()) and has_nonfinite(bucket.grads):
@@ -169,7 +173,8 @@ class GradCheck:
 
     def norm_of(self, buckets: Sequence[GradBuffer]) -> Tensor:
         """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
-        self._look()
+        if self._waiting:
+            self._look()
         if self.readable_without_sync(buckets) and not all(math.isfinite(bucket.seen.item()) for bucket in buckets):
             for bucket in buckets:  # finite gradients whose squares overflow float32
                 bucket.seen = torch.linalg.vector_norm(bucket.grads.double())
@@ -331,7 +336,7 @@ class StepCheck:
 
     def look(self) -> None:
         """Take the requests in the records of a device, except in that of the last step."""
-        for _, (_, *asked) in self.reads.read(False, keep=True):
+        for _, (_, *asked) in self.reads.read(False, keep=True) if self.reads.under_way else ():
             self._requests.note(*asked)
 
     def raise_pending(self) -> None:
@@ -360,7 +365,7 @@ class StepCheck:
         self.left_out = 0.0
 
     def _read(self, newest: bool) -> None:
-        for (step, records), (raises, *asked) in self.reads.read(newest):
+        for (step, records), (raises, *asked) in self.reads.read(newest) if self.reads.under_way else ():
             self._requests.note(*asked)
             for late, of_all in records if raises else ():
                 sums = numbers(of_all, self.reads.now)

@@ -257,7 +257,8 @@ class TrainStep:
             TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no
                 parameter.
         """
-        self.failures.check()
+        if self.failures.broken is not None:
+            self.failures.check()
         iteration, body, given = self._in_loop.iteration, None, None
         try:
             if iteration is not None:
@@ -265,9 +266,10 @@ class TrainStep:
             given = body = check_state(state)._claim(self.run.token)
             if not self._donate:
                 body = body.clone()
-            self.run.step_check.raise_pending()
+            if self.run.step_check.reads.under_way:
+                self.run.step_check.raise_pending()
             self.failures.last_step = body.step
-            if iteration is None:
+            if iteration is None and not self._in_loop.compared:
                 self._in_loop.compare("a loop without step.join")
             metrics = self.run(body, batch, iteration)
             self._left = body.step, bool(body.window)

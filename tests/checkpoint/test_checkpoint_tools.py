@@ -74,7 +74,7 @@ def test_the_program_prints_and_exits_with_0_1_or_2(run: Path, capsys: pytest.Ca
     assert main(["show", str(run / "step-00000100")]) == 0 and "step 100" in capsys.readouterr().out
     assert main(["show", str(run)]) == 0
     text = capsys.readouterr().out
-    assert "step 200" in text and "m: float32 [3, 4], {'cut': 'data'}, parts: 2" in text and "calls: [200]" in text
+    assert "step 200" in text and "m: float32 [3, 4], a slice over data, parts: 2" in text and "calls: [200]" in text
     command = [sys.executable, "-W", "error", "-m", "fjoin.checkpoint", "verify", str(run)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "no problems\n"
     assert main(["export", str(run), str(run / "out")]) == 0 and (run / "out").exists()

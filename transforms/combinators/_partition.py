@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, overload
 
 import torch
 
@@ -105,11 +105,12 @@ def _not_none(tree: Tree, where: str) -> Tree:
     return tree
 
 
-Part = TypeVar("Part", Transform, Optimizer)
-
-
+@overload
+def partition(parts: Mapping[Patterns, Transform]) -> Transform: ...
+@overload
+def partition(parts: Mapping[Patterns, Optimizer]) -> Optimizer: ...
 @factory
-def partition(parts: Mapping[Patterns, Part]) -> Part:
+def partition(parts: Mapping[Patterns, Any]) -> Any:
     """Applies different transforms, or different optimizers, to different parameters, chosen by path.
 
     Weight decay off for biases and norms is one line:
@@ -144,10 +145,10 @@ def partition(parts: Mapping[Patterns, Part]) -> Part:
     if not parts:
         raise ValueError("partition needs at least one pattern, for example {'*': transform}")
     if all(isinstance(part, Optimizer) for part in parts.values()):
-        return _partition_optimizers(dict(parts))  # type: ignore[arg-type,return-value]
+        return _partition_optimizers(dict(parts))
     for pattern, part in parts.items():
         check_transform(part, f"partition: the part for {pattern!r}")
-    return _partition_transforms(dict(parts))  # type: ignore[arg-type,return-value]
+    return _partition_transforms(dict(parts))
 
 
 def label_of(parts: Mapping[Patterns, Any], path: str) -> Patterns:

@@ -219,8 +219,10 @@ def _injected(part: Optimizer) -> Optimizer:
         known = not any(isinstance(value, Tensor) for value in values.values())
         now = fixed(*values.items()) if known else remade(part, values)
         step_in_place(now, params, grads, [state.inner for state in states], **guards)
+        found_inf = guards.get("found_inf")
         for name, value in rates.items():
-            first.scheduled[name].copy_(value)
+            kept = first.scheduled[name]
+            kept.copy_(value if found_inf is None else torch.where(found_inf > 0, kept, value))
 
     return around(part, init_param, step_param, step_params_)
 

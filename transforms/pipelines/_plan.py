@@ -103,7 +103,8 @@ class Plan(NamedTuple):
 
     def counted(self, weight: float, step: int) -> float:
         """What a rank of this weight counts in the first reduction of a step."""
-        return float(weight > 0) if self.reduced(step).counts == {"live"} and not self.adds else weight
+        reduced = self.always or self.reduced(step)  # without a call where all steps are alike
+        return float(weight > 0) if reduced.counts == {"live"} and not self.adds else weight
 
     def total(self, sums: Mapping[str, Any], ranks: int) -> Any:
         """What to divide the sums of `reduce` by, from the sums over this number of ranks of their `weight` and `live`."""
