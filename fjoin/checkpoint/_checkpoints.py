@@ -36,7 +36,7 @@ class Checkpoints:
     `step-00000500` appears once all its bytes are on the disk. It needs a folder that all ranks see.
 
     Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends
-    `step.join`. At the end of a block in which `save` was called rank 0 warns where no step was due and nothing was
+    `step.join`; the next loop ends the program, with SystemExit(143). At the end of a block in which `save` was called rank 0 warns where no step was due and nothing was
     restored.
 
     Args:
