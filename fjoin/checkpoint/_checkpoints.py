@@ -36,8 +36,8 @@ class Checkpoints:
     `step-00000500` appears once all its bytes are on the disk. It needs a folder that all ranks see.
 
     Within a `with` block a SIGTERM on any rank of a train_step makes all ranks save after the same step, and ends
-    `step.join`; the next loop ends the program, with SystemExit(143). At the end of a block in which `save` was called rank 0 warns where no step was due and nothing was
-    restored.
+    `step.join`; the next loop ends the program, by SystemExit(143). At the end of a block in which `save` was called
+    rank 0 warns where no step was due and nothing was restored.
 
     Args:
         path: The run's folder.

@@ -222,7 +222,9 @@ def _injected(part: Optimizer) -> Optimizer:
         found_inf = guards.get("found_inf")
         for name, value in rates.items():
             kept = first.scheduled[name]
-            kept.copy_(value if found_inf is None else torch.where(found_inf > 0, kept, value))
+            if found_inf is not None and found_inf.device == kept.device:  # else the host would wait for the flag
+                value = torch.where(found_inf > 0, kept, value)
+            kept.copy_(value)
 
     return around(part, init_param, step_param, step_params_)
 
