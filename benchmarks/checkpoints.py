@@ -187,7 +187,7 @@ MEASURES: dict[str, tuple[Callable[[Run, bool], Lines], str, str]] = {
 
 def machine(folder: Path) -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    kind = output("findmnt", "-n", "-o", "FSTYPE", "-T", str(folder))
+    kind = output("df", "--output=fstype", str(folder)).split()[-1]
     return f"{len(CORES)} cores ({platform.machine()}, {platform.system()}), {memory:.0f} GiB, files on {kind}"
 
 
