@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the page; RESULTS_CHECKPOINTS.md after a whole run")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to write checkpoints")
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
     if args.quick:
         os.environ["QUIET_S"] = "0"
 
