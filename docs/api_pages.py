@@ -30,9 +30,9 @@ MODULES: dict[str, types.ModuleType] = {
 }
 # What is no class and no function, or is torch's, and has no docstring of fjoin's.
 CONSTANTS = {
-    "fjoin.Joinable": "torch's class of what a `Join` may hold. One of your own has `join_hook`, `join_device` and "
+    "fjoin.Joinable": "torch's base class for objects that a `Join` takes. A class of your own has `join_hook`, `join_device` and "
     "`join_process_group`; `as_joinable` makes one from pure functions.",
-    "fjoin.JoinHook": "torch's class of what a rank without input does: `main_hook` in each iteration of the others, "
+    "fjoin.JoinHook": "torch's class for the work of a rank without input: `main_hook` in each iteration of the other ranks, "
     "`post_hook` at the end.",
     "fjoin.testing.LAWS": "Kind -> the laws that the check of this kind runs, as functions of a maker of the object.",
     "fjoin.NO_BATCH": inspect.getdoc(fjoin.NO_BATCH) or "",

@@ -54,7 +54,7 @@ def test_recipe(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
 def test_commands(launcher: list[str]) -> None:
     command = [sys.executable, *launcher, str(EXAMPLES / "custom_loop.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # of a machine that does much else
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # enough on a busy machine
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(RESULT) == 1 + bool(launcher)
 
@@ -62,7 +62,7 @@ def test_commands(launcher: list[str]) -> None:
 def test_torchrun_trains_a_sharded_gpt() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, str(EXAMPLES / "sharded_model.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # of a machine that does much else
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)  # enough on a busy machine
     assert done.returncode == 0 and done.stdout.count(RESULT) == 2, done.stdout + done.stderr
 
 

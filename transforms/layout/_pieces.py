@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Slice(NamedTuple):
-    """This rank's slice of the flat value of a leaf, or of what belongs to it, such as a state."""
+    """This rank's slice of a flattened leaf, or of its optimizer state."""
 
     shape: torch.Size  # of the whole
     start: int
